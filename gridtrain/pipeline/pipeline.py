@@ -253,6 +253,11 @@ class Pipeline:
             self._stored_bytes + input_bytes,
         )
 
+    @property
+    def trackers(self) -> Mapping[str, serialization.Stateful]:
+        """The tracked objects by name."""
+        return self.held.trackers
+
     def track(self, **trackers: serialization.Stateful) -> None:
         """Track stateful objects; see `Grid.track`."""
         serialization.check_stateful(trackers)

@@ -129,7 +129,6 @@ class Grid:
         self._prefetcher: Prefetcher | None = None
         self._is_repeated_later = False  # whether the current micro-batch's sample is
         self._is_closed = False
-        self._tracked: set[str] = set()  # the names of what the script tracks
         atexit.register(self._close_at_exit)
         install_sigterm_handler()
 
@@ -697,16 +696,16 @@ class Grid:
         Raises `ConfigError` for a new name after the first batch: newcomers, and workers that continue from a
         checkpoint, load a state before the loop begins.
         """
-        names = {name for name in trackers if not name.startswith(serialization.INTERNAL_PREFIX)}
-        if self._session.is_in_turn and (late := sorted(names - self._tracked)):
+        wrapped = self._wrapped()
+        late = sorted(serialization.script_trackers(trackers).keys() - wrapped.trackers.keys())
+        if self._session.is_in_turn and late:
             raise ConfigError(
                 f"grid.track was given {late[0]!r} after the first batch, so workers that join later or "
                 "continue from a checkpoint could not load the state",
                 remedy="create the object, and call grid.track(...) with the same names on all workers, "
                 "before the loop",
             )
-        self._wrapped().track(**trackers)
-        self._tracked |= names
+        wrapped.track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
         """Return a `torch.amp.GradScaler` whose scale is always the same on all workers, including

@@ -373,7 +373,7 @@ class LocalSGDOptimizer(GridOptimizer):
     def _save_turn_start(self) -> None:
         """Save the optimizer settings and the trackers at the start of a turn.  Weight averages are copied,
         too, because the script may update them after each local step."""
-        self._turn_start = capture_turn_start(self.inner, self._trackers, averages=True)
+        self._turn_start = capture_turn_start(self.inner, self.trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
 

@@ -115,6 +115,7 @@ class GridOptimizer(WrappingOptimizer):
         flat_size: the number of elements in the flat gradient.
         weights: how much this worker's batch counts in a step.
         parameter_watch: detects whether the script has changed the parameters since the latest step.
+        trackers: the tracked objects by name.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
         timings: how long each phase of the latest step took, in seconds: computing, waiting, selecting,
@@ -188,7 +189,7 @@ class GridOptimizer(WrappingOptimizer):
             if overlap is not None:
                 self._overlapper = make_overlapper(self._flat, self._exchanger, session, overlap, wire)
         self.buffer_averaging = BufferAveraging(model, average_buffers_every)
-        self._trackers: dict[str, serialization.Stateful] = {}
+        self.trackers: dict[str, serialization.Stateful] = {}
         self._rates_at_step: dict[str, object] = {}  # directly after the latest step
         self._is_applied = True  # False from the first attempt at a step until its update is applied
         self.unapplied_step: int | None = None
@@ -208,7 +209,7 @@ class GridOptimizer(WrappingOptimizer):
         self.timings: dict[str, float] = {}
         self._stopwatch = _Stopwatch()
         self.wait = wait
-        self.absence = Absence(self, self._trackers)
+        self.absence = Absence(self, self.trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
         self._sent: SentStep | None = None  # until its outcome is known
         self._is_usable = True  # the argument of the latest `_run_attempts`
@@ -286,7 +287,7 @@ class GridOptimizer(WrappingOptimizer):
         self.weights.begin_turn()
         self._statistics.save()
         if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
-            self._turn_start = capture_turn_start(self.inner, self._trackers, averages=False)
+            self._turn_start = capture_turn_start(self.inner, self.trackers, averages=False)
 
     def weigh(self, count: int) -> None:
         """Weight this worker's batch, or its next micro-batch, by `count` instead of by the number of
@@ -456,7 +457,7 @@ class GridOptimizer(WrappingOptimizer):
     @property
     def _is_scaled(self) -> bool:
         """Whether a scaler of `Grid.scaler` reduces the group's scale after a skipped step."""
-        scalers = (each for each in self._trackers.values() if isinstance(each, torch.amp.GradScaler))
+        scalers = (each for each in self.trackers.values() if isinstance(each, torch.amp.GradScaler))
         return self.shares_scale and any(each.is_enabled() for each in scalers)
 
     def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
@@ -500,14 +501,14 @@ class GridOptimizer(WrappingOptimizer):
     def _end_step(self) -> None:
         self._is_applied, self.unapplied_step = True, None
         self.parameter_watch.record_step()
-        self._rates_at_step = rates_by_tracker(self._trackers)
+        self._rates_at_step = rates_by_tracker(self.trackers)
 
     @property
     def is_settled(self) -> bool:
         """Whether the state after a committed step is certainly complete: the update is applied, and all
         tracked objects are schedulers that the script has stepped since then.  With other objects, and with
         schedulers that are stepped less often, this is not known, and the result is False."""
-        return self._is_applied and have_stepped(self._trackers, self._rates_at_step)
+        return self._is_applied and have_stepped(self.trackers, self._rates_at_step)
 
     def record_turn(self) -> None:
         """Record that the script requests its next batch; raise `GridtrainError` if a committed update
@@ -593,18 +594,18 @@ class GridOptimizer(WrappingOptimizer):
         """Add stateful objects, such as schedulers and weight averages, to the replicated state.  Every
         worker must track the same objects, under the same names."""
         serialization.check_stateful(trackers)
-        self._trackers.update(trackers)
+        self.trackers.update(trackers)
 
     def capture_state(self, whole: bool = True) -> Sequence[bytes | memoryview]:
         """Return the replicated state; see `serialization.capture_state`."""
         if whole:
             self.base.check_unchanged()
-        state, start = (self.model, self.replicated, self._trackers), self._start_of_turn
+        state, start = (self.model, self.replicated, self.trackers), self._start_of_turn
         return serialization.capture_state(*state, whole=whole, start=start, anchors=self._anchors)
 
     def initial_digest(self) -> bytes:
         """Return a digest of the state before the first step; see `serialization.initial_digest`."""
-        return serialization.initial_digest(self.model, self.replicated, self._trackers)
+        return serialization.initial_digest(self.model, self.replicated, self.trackers)
 
     @property
     def _anchors(self) -> Mapping[Tensor, Tensor]:
@@ -673,7 +674,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Load another worker's state; see `serialization.restore_state`."""
-        serialization.restore_state(blobs, self.model, self.replicated, self._trackers)
+        serialization.restore_state(blobs, self.model, self.replicated, self.trackers)
         self.parameter_watch.record()
 
     def capture_turn_state(self) -> Callable[[], None]:
@@ -685,14 +686,14 @@ class GridOptimizer(WrappingOptimizer):
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Copy the state for a checkpoint; see `serialization.pack_state`."""
         self.base.check_unchanged()
-        state, start = (self.model, self.replicated, self._trackers), self._start_of_turn
+        state, start = (self.model, self.replicated, self.trackers), self._start_of_turn
         return serialization.pack_state(*state, start=start)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the result of `pack`; raise `RemoteProtocolError` if it does not match the model and the
         optimizer."""
         values = serialization.read_state(document, tensors)
-        serialization.load_state(values, self.model, self.replicated, self._trackers)
+        serialization.load_state(values, self.model, self.replicated, self.trackers)
 
     @property
     def choices(self) -> Sequence[Exchange]:

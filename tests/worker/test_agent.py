@@ -992,6 +992,18 @@ def test_what_a_stopped_and_killed_agent_leaves_can_end_in_order(agent: StartAge
     assert process.communicate(timeout=WITHIN_S)[0] == "saved\n"
 
 
+def watchdog_command(mark: str) -> list[str]:
+    return [sys.executable, "-I", "-S", watchdog_program.__file__, "60", mark]
+
+
+def started_with(mark: str) -> subprocess.Popen[str]:
+    """Start a script with an agent's mark, but without an agent; return when it is ready."""
+    command, variables = (sys.executable, "-c", LEAVES_GRACEFULLY), os.environ | dict([mark.split("=")])
+    script = subprocess.Popen(command, env=variables, stdout=PIPE, text=True, process_group=0)
+    assert script.stdout is not None and script.stdout.readline() == "ready\n"
+    return script
+
+
 STARTS_A_WATCHDOG = """
 import subprocess, sys, time
 watchdog = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
@@ -1006,17 +1018,13 @@ time.sleep(600)
 def test_a_script_whose_agent_is_stopped_as_it_starts_is_stopped_too() -> None:
     """The agent tells the watchdog the script's process id only after it has been continued."""
     mark = f"{CONTROL_VARIABLE}=/{os.getpid()}/stopped"
-    program = [sys.executable, "-I", "-S", watchdog_program.__file__, "60", mark]
-    starts_it = (sys.executable, "-c", STARTS_A_WATCHDOG, *program)
-    command = (sys.executable, "-c", LEAVES_GRACEFULLY)
-    variables = os.environ | dict([mark.split("=")])
+    starts_it = (sys.executable, "-c", STARTS_A_WATCHDOG, *watchdog_command(mark))
     with (
+        started_with(mark) as script,
         subprocess.Popen(starts_it, stdin=PIPE, stdout=PIPE, text=True) as agent,
-        subprocess.Popen(command, env=variables, stdout=PIPE, text=True, process_group=0) as script,
     ):
         try:
-            for process in (agent, script):
-                assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert agent.stdout is not None and agent.stdout.readline() == "ready\n"
             agent.send_signal(signal.SIGSTOP)
             until(lambda: state_of(script.pid) == "T")
             agent.send_signal(signal.SIGCONT)
@@ -1035,12 +1043,8 @@ def test_a_script_whose_agent_is_stopped_as_it_starts_is_stopped_too() -> None:
 def test_a_script_whose_agent_was_killed_as_it_started_is_no_orphan() -> None:
     """The agent has not told the watchdog the script's process id."""
     mark = f"{CONTROL_VARIABLE}=/{os.getpid()}/control"
-    variables = os.environ | dict([mark.split("=")])
-    program = [sys.executable, "-I", "-S", watchdog_program.__file__, "60", mark]
-    command = (sys.executable, "-c", LEAVES_GRACEFULLY)
-    script = subprocess.Popen(command, env=variables, stdout=PIPE, text=True, process_group=0)
-    assert script.stdout is not None and script.stdout.readline() == "ready\n"
-    with subprocess.Popen(program, stdin=subprocess.DEVNULL) as watchdog:
+    script = started_with(mark)
+    with subprocess.Popen(watchdog_command(mark), stdin=subprocess.DEVNULL) as watchdog:
         try:
             assert script.communicate(timeout=WITHIN_S)[0] == "leaving on SIGTERM\n"
             assert script.returncode == 0 and watchdog.wait(WITHIN_S) == 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.core.group.invitation import Invitation, invitation_digest, parse
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, disk_errors
 from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.runtime.client.private_file import replace_private_json
 
@@ -59,15 +59,12 @@ class InvitationStore:
 
         Raises `ConfigError` if the keys' folder cannot be written to.
         """
-        try:
+        with disk_errors(
+            f"the folder of this machine's keys, {self._folder}, cannot be written to",
+            "free disk space, check the folder's permissions, or set XDG_STATE_HOME to another folder",
+        ):
             make_private_folder(self._folder)
-            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below, outside of this try
-        except OSError as error:
-            raise ConfigError(
-                f"the folder of this machine's keys, {self._folder}, cannot be written to: {error.strerror}",
-                remedy="free disk space, check the folder's permissions, or set XDG_STATE_HOME to another "
-                "folder",
-            ) from None
+            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below, outside of this block
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -265,12 +265,12 @@ def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers:
         "parameters": dict(state_parameters(model)),
         "buffers": dict(buffers_of(model)),
         "optimizer": optimizer.state_dict(),
-        "trackers": {name: item.state_dict() for name, item in _script_trackers(trackers).items()},
+        "trackers": {name: item.state_dict() for name, item in script_trackers(trackers).items()},
     }
     return _digest_of(values)
 
 
-def _script_trackers(trackers: Mapping[str, _T]) -> dict[str, _T]:
+def script_trackers(trackers: Mapping[str, _T]) -> dict[str, _T]:
     """Return the trackers that all workers must have."""
     return {name: item for name, item in trackers.items() if not name.startswith(INTERNAL_PREFIX)}
 
@@ -376,7 +376,7 @@ def load_state(
         raise _invalid_state("the optimizer's groups are not a list of named values")
     if not isinstance(tracked, dict) or not all(isinstance(name, str) for name in tracked):
         raise _invalid_state("the trackers are not named values")
-    theirs, mine = _script_trackers(tracked), _script_trackers(trackers)
+    theirs, mine = script_trackers(tracked), script_trackers(trackers)
     if theirs.keys() != mine.keys():
         raise RemoteProtocolError(
             f"the state tracks {sorted(theirs)}, but this worker tracks {sorted(mine)}",

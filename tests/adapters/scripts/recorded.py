@@ -54,6 +54,6 @@ script.say(
     step=made["grid"].step,
     digest=serialization.replica_digest(made["model"], optimizer.replicated).hex(),
     parameters=script.digest_of(made["model"].parameters()),  # with the base
-    trackers={name: repr(tracker.state_dict()) for name, tracker in optimizer._trackers.items()},
+    trackers={name: repr(tracker.state_dict()) for name, tracker in optimizer.trackers.items()},
     consumed=made["recorder"]._session.snapshot.ledger.consumed,
 )
