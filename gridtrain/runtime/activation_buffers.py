@@ -47,7 +47,7 @@ sending a second message."""
 MAX_BUFFERS = 4096
 UNMEASURED = StepTimings()
 _SUMMARY = struct.Struct("<32s32s7d")
-_REMEDY = "disconnect the peer; check that all members train the same model with the same partition"
+_REMEDY = "check that all members train the same model with the same partition"
 
 
 class ActivationSendBuffer:

@@ -107,8 +107,8 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _packet_s(network: NetworkModel, cpu: CpuCosts) -> float:
-    """Return the CPU time per packet; 0 if a core is too slow to handle packets one by one, because many
-    packets are then read at once.
+    """Return the CPU time per packet; 0 if a core is too slow to handle packets one by one, as it then
+    reads many at once.
 
     All members are assumed to send and receive packets at the rate of the slowest link.
     """
