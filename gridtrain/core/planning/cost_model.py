@@ -11,6 +11,7 @@ link or CPU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import assert_never
@@ -202,7 +203,8 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
             rounds, ranks = 2 * (size - 1), range(size)
             hops = [(rank, (rank + 1) % size) for rank in ranks]
             hop_s = (
-                sum(bounded.link(*hop).alpha_s + slice_bytes / bounded.path_Bps(*hop) for hop in hops) / size
+                math.fsum(bounded.link(*hop).alpha_s + slice_bytes / bounded.path_Bps(*hop) for hop in hops)
+                / size
             )
             hop_s += 2 * cpu.message_s + cpu.wake_s + (add_s + store_s) / 2
             slice_s = busy_s / (rounds * slices)
