@@ -12,6 +12,7 @@ from group_status import status_of
 from training_loop import linear, sgd, train_steps
 
 import gridtrain
+from gridtrain.core.planning import topology_choice
 
 
 @pytest.mark.parametrize("auto", ["auto", gridtrain.Auto(density=0.3)])
@@ -37,7 +38,9 @@ def test_all_train_with_the_chosen_exchange(new_group: Any, auto: Any) -> None:
     assert seen["exchange_reason"].startswith(exchange.describe())
 
 
-def test_a_newcomer_uses_the_exchange_of_the_others(new_group: Any) -> None:
+def test_a_newcomer_uses_the_exchange_of_the_others(new_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine, the rates that are measured in memory differ, as those of unequal links.
+    monkeypatch.setattr(topology_choice, "MIN_LINK_SHARE", 0.0)
     come = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> Any:
