@@ -243,7 +243,10 @@ def _how_to_define_anew(others: list[str]) -> str:
         others: the workers that would have to leave before the first step; empty if a step was committed.
     """
     if not others:
-        return "to begin with another setup, use another name in run.toml"
+        return (
+            "to train the run's model with another setup, load it before grid.optimizer in a run with another "
+            "name in run.toml (see docs/operations.md)"
+        )
     return (
         f"if the setup of {list_first(others, MAX_NAMES)} is the wrong one, stop or kick "
         f"{'that worker' if len(others) == 1 else 'these workers'}: until the first step is committed, the "
