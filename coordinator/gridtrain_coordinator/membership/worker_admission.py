@@ -244,8 +244,8 @@ def _how_to_define_anew(others: list[str]) -> str:
     """
     if not others:
         return (
-            "to train the run's model with another setup, load it before grid.optimizer in a run with another "
-            "name in run.toml (see docs/operations.md)"
+            "to train the run's model with another setup, load it in a run with another name in run.toml "
+            "(see docs/operations.md)"
         )
     return (
         f"if the setup of {list_first(others, MAX_NAMES)} is the wrong one, stop or kick "
