@@ -3,8 +3,9 @@
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu    torch without CUDA, a tenth of the download
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cu126  torch for an older CUDA driver
 #   make test PYTHON=/opt/python3.12/bin/python3                  this Python
+#   make test LOWEST=1                                            the oldest versions that pyproject.toml allows
 #
-# PYTHON and TORCH_INDEX matter when .venv is made; after `make clean` they can be chosen again.  `make gpu`
+# These matter when .venv is made; after `make clean` they can be chosen again.  `make gpu`
 # with PYTHON makes no .venv.
 
 READY := .venv/.ready
@@ -14,7 +15,7 @@ TESTS ?= tests
 MINUTES ?= 5
 EVERY ?= 30
 MUTANTS ?= 400
-export PYTHON TORCH_INDEX
+export PYTHON TORCH_INDEX LOWEST
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test sweep mutants chaos hostile fuzz lab rivals files lint types format check clean

@@ -598,7 +598,7 @@ class JoinConfig:
                 values[name] = value
         if not {"coordinator", "coordinator_key", "identity"} <= values.keys():
             raise ConfigError(
-                "no invitation was given, so it is unknown which run to join",
+                "no invitation was given, so gridtrain cannot tell which run to join",
                 remedy="start the script with `gridtrain worker INVITATION -- python train.py`, "
                 'or pass the invitation: gridtrain.join("gridtrain1:...")',
             )

@@ -33,7 +33,7 @@ class GridtrainError(Exception):
         super().__init__(f"{reason} -> {remedy}" if remedy else reason)
 
 
-NEVER_SENT = "disconnect the peer; a correct peer of the same version never sends this message"
+NEVER_SENT = "check that the peer runs the same version of gridtrain; a correct peer never sends this message"
 """The default remedy of a `RemoteProtocolError`."""
 
 

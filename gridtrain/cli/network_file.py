@@ -204,7 +204,9 @@ def _pair(
     where = f"{path}: [[between]] of {sites}"
     named = sites if isinstance(sites, list) and all(isinstance(site, str) for site in sites) else []
     if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
-        raise ConfigError(f"{where} does not name two sites", remedy=f"specify two of {', '.join(names)}")
+        raise ConfigError(
+            f"{where} must name two different sites of this file", remedy=f"specify two of {', '.join(names)}"
+        )
     check_keys(f"{where}:", entry, ("sites", "link", "latency"))
     rate_Bps = _rates(str(entry["link"]), where)[0] if "link" in entry else None
     return frozenset(named), (parse_seconds(str(entry.get("latency", "0s")), where), rate_Bps)

@@ -72,7 +72,7 @@ def brief_option(
     return click.option(*names, default=default, help=f"{help}  [{default}]", **more)
 
 
-class _AtLeast(click.ParamType[float]):
+class _AtLeast(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 refuses [float]
     """A number with a minimum.  The help does not show the minimum, which would take another line."""
 
     def __init__(self, kind: OptionKind, minimum: float) -> None:

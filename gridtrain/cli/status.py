@@ -262,7 +262,8 @@ def received_states(status: Mapping[str, Any]) -> list[str]:
 def paused_lines(status: Mapping[str, Any]) -> list[str]:
     """Return a line for each worker that its owner has paused.
 
-    Such a worker is not a member and has no connection, so it is unknown whether it is still running.
+    Such a worker is not a member and has no connection, so the coordinator cannot tell whether it is
+    still running.
     """
     lines, ends = [], "; it exits when its pause ends" if status.get("finished") else ""
     for line in rows(status, "resting"):
@@ -280,10 +281,10 @@ def problem_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def refused_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return a line for each version of the protocol whose workers were refused within a day."""
+    """Return a line for each protocol version whose workers were refused in the last 24 hours."""
     return [
-        f"refused within a day: {format_count(workers, 'worker')} with {row.get('software')} (protocol "
-        f"version {row.get('version')}) -> install the coordinator's version of gridtrain there"
+        f"refused in the last 24 hours: {format_count(workers, 'worker')} with {row.get('software')} "
+        f"(protocol version {row.get('version')}) -> install the coordinator's version of gridtrain there"
         for row in rows(status, "refused_versions")
         if isinstance(workers := row.get("workers"), int)
     ]

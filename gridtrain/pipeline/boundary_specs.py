@@ -93,7 +93,7 @@ def _without_compiled_code() -> AbstractContextManager[object]:
 
 
 class _AutocastWatch(TorchFunctionMode):
-    """Finds out whether autocast is enabled for a device during any call of a torch function."""
+    """Finds out whether autocast is enabled for a device during any call to a torch function."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

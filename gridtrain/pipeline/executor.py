@@ -48,7 +48,7 @@ class StepResult:
         waited_s: the time spent waiting for payloads, because of the pipeline's bubble or slow links.
         forward_s, backward_s: the mean times per micro-batch; `backward_s` includes repeated forward passes.
         round_trip_s: the time from sending the first micro-batch to the next stage until receiving its
-            gradient; 0 if unknown, because this stage did not wait for the gradient or is the last one.
+            gradient; 0 if unknown because this stage did not wait for the gradient or is the last one.
     """
 
     loss: float | None

@@ -142,7 +142,7 @@ def blocks_of(
         return _split_parts(model, split_at, example)
     if isinstance(model, nn.Module) and not _is_plain(model):
         raise ConfigError(
-            f"{describe_type(model)} has its own forward, so it is unknown where it can be partitioned",
+            f"{describe_type(model)} has its own forward, so gridtrain cannot tell where to partition it",
             remedy="list its parts in split_at=, in the order in which forward calls them, or write it "
             "as a gridtrain.pipeline.Sequence of modules and functions",
         )
@@ -153,7 +153,7 @@ def blocks_of(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a call of the module does nothing but call its children in order."""
+    """Return whether calling the module only calls its children in order."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
@@ -196,7 +196,7 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
 
 
 class _ChainTrial:
-    """Runs one forward pass on the meta device, and checks the calls of the parts and their tensors."""
+    """Runs one forward pass on the meta device, and checks the calls to the parts and their tensors."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
         self._model = copy.deepcopy(model).to("meta")

@@ -127,13 +127,13 @@ def make_optimizer(
         if "empty parameter list" not in str(error):
             raise
         raise ConfigError(
-            f"the function that was passed as optimizer makes one without parameters for {whose}",
-            remedy='make it with a group, which may be empty: torch.optim.SGD([{"params": parameters}], ...)',
+            f"the function passed as optimizer creates an optimizer without parameters for {whose}",
+            remedy='give it a parameter group, which may be empty: torch.optim.SGD([{"params": parameters}])',
         ) from error
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}{describe_type(found)}",
-            remedy="pass a function that makes the optimizer of any stage: "
+            remedy="pass a function that creates the optimizer for a stage's parameters: "
             "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
         )
     return found

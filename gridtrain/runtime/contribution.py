@@ -69,7 +69,7 @@ class Contribution:
         return cls(**body)
 
     def write(self, path: Path) -> bool:
-        """Replace the file; return False if it cannot be written, because training does not depend on it."""
+        """Replace the file.  Training does not depend on it, so return False, not raise, if this fails."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(asdict(self)), encoding="ascii")

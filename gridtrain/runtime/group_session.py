@@ -736,7 +736,7 @@ class GroupSession:
 
     @property
     def _group_step(self) -> int:
-        """The number of the next step, for calls of `grid.mean`.
+        """The number of the next step, for calls to `grid.mean`.
 
         It counts the group's committed steps, including those that this worker has missed; with a delay, only
         the steps whose updates were applied, because the calls in between belong to the same turn.

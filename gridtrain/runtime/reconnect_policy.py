@@ -58,7 +58,7 @@ class ReconnectPolicy:
     def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
         """Return whether to connect to the coordinator again, because the stalled loop has continued.
 
-        Returns True at most once after each call of `trainer_stalled`.
+        Returns True at most once after each call to `trainer_stalled`.
 
         Args:
             now_s: the current time.

@@ -70,7 +70,9 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
 
 
 def _describe_one(inner: torch.optim.Optimizer) -> str:
-    defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
+    parameters = inspect.signature(type(inner)).parameters
+    # Adam of torch before 2.7 has this field, but no parameter for it (`joint_optimizer.as_one`).
+    defaults = {"decoupled_weight_decay": False} | {name: p.default for name, p in parameters.items()}
     first, *others = inner.param_groups
     options = {
         name: v.tolist() if isinstance(v, torch.Tensor | np.generic) else v for name, v in first.items()

@@ -201,7 +201,7 @@ def _check_sums(indices: IndexArray, sums: FloatArray) -> None:
     if not np.isfinite(sums).all():
         raise RemoteProtocolError(
             f"a sum of sparse payloads overflows float32 at index {indices[~np.isfinite(sums)][0]}",
-            remedy="disconnect the peer; a member whose values are this large must skip the step",
+            remedy="a member whose values are this large must skip the step",
         )
 
 

@@ -5,7 +5,7 @@ If worker A overflows and worker B does not, the group skips the step on both, a
     torch's GradScaler     A: scale / 2     B: counts a good step      the scales diverge
     GridScaler             A: scale / 2     B: scale / 2
 
-A newcomer receives the group's scale (as a tracker, see `Grid.scaler`); if it started with 65536 while the
+A newcomer receives the group's scale (as a tracker; see `Grid.scaler`); if it started with 65536 while the
 group's scale is 1024, it would make the group skip six steps.  With `LocalSteps`, each worker has its own
 scale, because no gradient is exchanged.
 

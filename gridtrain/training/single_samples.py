@@ -40,8 +40,8 @@ class _SingleValueNorm(_BatchNorm):
     norms have that class, and a parametrization replaces it.
     """
 
-    on_single: Callable[[nn.Module], None]
-    on_several: Callable[[nn.Module, Tensor], None]
+    on_single: Callable[[], None]
+    on_several: Callable[[Tensor], None]
 
     def __init_subclass__(cls) -> None:
         """Do nothing, because the norm's own class may define this method to refuse subclasses."""
@@ -49,11 +49,11 @@ class _SingleValueNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         is_single = input.dim() > 1 and input.numel() == input.shape[1]  # a single value per channel
         if not is_single or (not self.training and self.running_mean is not None):
-            self.on_several(self, input)
-            return super().forward(input)
-        self.on_single(self)
+            self.on_several(input)
+            return _BatchNorm.forward(self, input)
+        self.on_single()
         if self.running_mean is None:  # two zeros: a value normalized by itself is zero in any case
-            return super().forward(torch.cat((input, input)) * 0)[:1]
+            return _BatchNorm.forward(self, torch.cat((input, input)) * 0)[:1]
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -79,7 +79,10 @@ class SingleValueNorms:
         on_several: Callable[[nn.Module, Tensor], None] = lambda norm, values: None,
     ) -> None:
         self._norms = [module for module in modules if is_torch_norm(module)]
-        self._contents = {"on_single": staticmethod(on_single), "on_several": staticmethod(on_several)}
+        self._contents = {  # functions, because torch before 2.8 cannot compile a bound method in a class
+            "on_single": lambda norm: on_single(norm),
+            "on_several": lambda norm, values: on_several(norm, values),
+        }
         # created once, because a compiled model is compiled again for a new class
         self._kinds: dict[type, type] = {}
 

@@ -116,7 +116,7 @@ def test_refused_versions_are_shown_with_the_remedy() -> None:
         line for line in drawn({**STATUS, "refused_versions": versions}, 140).splitlines() if "->" in line
     )
     assert line == (
-        "refused within a day: 2 workers with gridtrain [red]0.0 (protocol version 5) "
+        "refused in the last 24 hours: 2 workers with gridtrain [red]0.0 (protocol version 5) "
         "-> install the coordinator's version of gridtrain there"
     )
 

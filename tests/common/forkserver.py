@@ -66,6 +66,7 @@ beginnings of what torchrun sets for its processes."""
 NAMESPACES = ("net", "mnt", "uts", "pid", "user")
 
 _execute: Any = subprocess._fork_exec  # type: ignore[attr-defined]
+subprocess._USE_POSIX_SPAWN = False  # type: ignore[misc]  # which Python 3.13 would use instead of `_fork_exec`
 
 
 # -- in the requesting process ---------------------------------------------------------------------

@@ -116,8 +116,8 @@ def test_a_script_with_neither_agent_nor_invitation_is_refused(tmp_path: Path) -
     done = run(sys.executable, str(script))
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "gridtrain: train.py, line 1: ConfigError: no invitation was given, so it is unknown which run "
-        "to join -> start the script with `gridtrain worker INVITATION -- python train.py`, or pass the "
+        "gridtrain: train.py, line 1: ConfigError: no invitation was given, so gridtrain cannot tell which "
+        "run to join -> start the script with `gridtrain worker INVITATION -- python train.py`, or pass the "
         'invitation: gridtrain.join("gridtrain1:...")'
     )
 

@@ -208,3 +208,16 @@ def test_each_of_the_optimizers_must_be_usable(network):
         wrap([torch.optim.SGD(model[0].parameters(), lr=0.1)])
     with pytest.raises(ConfigError, match="keep the exchange's momentum and build SGD with momentum=0"):
         wrap(pair(model), GTopK(density=0.5, momentum=0.9))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_adam_has_the_same_settings_with_older_torch(kind, as_list):
+    recent, older = (kind(torch.nn.Linear(2, 1).parameters(), lr=0.01) for _ in range(2))
+    for fields in (older.defaults, *older.param_groups):
+        fields.pop("decoupled_weight_decay", None)  # which torch before 2.7 does not have
+    recent, older = (as_one([each] if as_list else each) for each in (recent, older))
+    assert describe_optimizer(recent) == describe_optimizer(older)
+    assert hyperparameter_digest(recent) == hyperparameter_digest(older)
+    older.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert older.param_groups[1]["decoupled_weight_decay"] == (kind is torch.optim.AdamW)

@@ -166,8 +166,8 @@ class MachineSensors:
     def _terminals_idle_s(self, *, desktop_told: bool) -> float | None:
         """Return the seconds since the last key press at a terminal; `NOBODY_IDLE_S` if no user is logged in.
 
-        Returns None if the time is unknown, because there is no list of logins, or because a user is at a
-        desktop that does not report idle time.
+        Returns None if there is no list of logins, so that the time is unknown, or if a user is at a desktop
+        that does not report idle time.
         """
         if self._psutil is None or (sys.platform == "linux" and not UTMP.exists()):
             return None

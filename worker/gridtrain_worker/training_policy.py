@@ -6,7 +6,7 @@
     pause and resume, from the owner --+
 
 This module is pure: readings and time are arguments.  `sensors` decides which load counts as GPU use.  A rule
-whose sensor cannot be read pauses the script, because it is not known whether training would break the rule.
+whose sensor cannot be read pauses the script, because training might break the rule.
 This module only parses rate limits; the transport enforces them.
 """
 

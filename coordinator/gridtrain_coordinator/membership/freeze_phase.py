@@ -273,7 +273,8 @@ class FreezePhase:
     def _silent_members(self) -> frozenset[m.PeerId]:
         """Return the awaited members that have not reported.
 
-        If the journal is behind, these include its members that have not joined yet.
+        If a worker has reported a later generation than the journal's, these include the journal's members
+        that have not joined yet.
         """
         run = self._run
         absent = run.members - set(run.view_change.freeze_reports) - run.departed_members
@@ -297,8 +298,8 @@ class FreezePhase:
 
     @property
     def awaited_members(self) -> frozenset[m.PeerId]:
-        """The members whose reports are awaited because the journal is behind, or whose return is awaited by
-        those that are back; empty if there are none."""
+        """The members whose reports are awaited because the journal is outdated, or whose return is awaited
+        by those that are back; empty if there are none."""
         run = self._run
         if self.is_journal_behind:
             return self._silent_members()

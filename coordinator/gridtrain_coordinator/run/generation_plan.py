@@ -7,7 +7,7 @@ ConnectionLost ------------+                  +--request_if_faster--> `ViewChang
     members train --search_ahead: whole search--> Freeze, reports --plan: as found--> MembershipView
     a member is lost, or the links have changed --------------------plan: few orders--> MembershipView
 
-In a group of more than `WHOLE_SEARCH_MEMBERS` members, each call of `search_ahead` or `request_if_faster`
+In a group of more than `WHOLE_SEARCH_MEMBERS` members, each call to `search_ahead` or `request_if_faster`
 performs one piece of a search, so that the coordinator can handle messages in between.
 """
 

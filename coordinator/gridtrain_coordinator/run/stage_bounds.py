@@ -57,7 +57,7 @@ class StageBounds:
         return self.is_pipeline and bounds[-1] == defined_cuts(self._definition)[-1]
 
     def can_hold(self, layers: m.Span) -> bool:
-        """Return whether a member may hold the state of these layers.
+        """Return whether a member could hold the state of these layers.
 
         The layers may be those of a stage or, after a repartition, of an earlier stage.
         """

@@ -183,5 +183,5 @@ def check_expected(
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
             f"{name}: rank {from_rank} sent {slot}; expected {expected}",
-            remedy="disconnect the peer; only a faulty or hostile peer sends a repeated or impossible slot",
+            remedy="only a faulty or hostile peer sends a repeated or impossible slot",
         )

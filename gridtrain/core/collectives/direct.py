@@ -117,7 +117,7 @@ class DirectAllReduce(CollectiveBase):
             raise RemoteProtocolError(
                 f"{self._label}: rank {from_rank} sent {len(payload)} bytes for {slot}, "
                 f"but a slice of this segment is at most {self._most_bytes} bytes long",
-                remedy="disconnect the peer; check that all members train the same model",
+                remedy="check that all members train the same model",
             )
 
     def _add(self, index: int) -> list[CollectiveEffect]:

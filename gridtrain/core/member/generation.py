@@ -148,11 +148,12 @@ class Generation:
         return attempt.round_id if not self._is_running or attempt.vote is False else None
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return this member's data positions in the open step, and two numbers that weight its contribution.
+        """Return this member's data positions in the open step, and two sample counts that weight its
+        contribution.
 
-        The numbers are those of `data_ledger.contribution_weight`: the numbers of samples in this member's
-        and in all members' contributions.  In a pipeline, all members of one replica process the same
-        samples, so the positions and the first number cover all of these members, first stage first.
+        `data_ledger.contribution_weight` returns the counts: those of this member's and of all members'
+        contributions.  In a pipeline, all members of one replica process the same
+        samples, so the positions and the first count cover all of these members, first stage first.
 
         Raises:
             LocalProtocolError: the trainer has not joined.

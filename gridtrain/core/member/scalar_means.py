@@ -1,26 +1,26 @@
-"""The messages of `grid.mean` and `grid.weigh`, for which rank 0 computes the mean of the members' values.
+"""The messages of `grid.mean` and `grid.weigh`; rank 0 computes the average of the members' values.
 
-    member r: MeanRequest(step, index, x_r) --> rank 0: mean of x_0 .. x_(P-1), if complete --> MeanReply
+    member r: MeanRequest(step, index, x_r) --> rank 0: average, once no value is awaited --> MeanReply
 
 The i-th call between two steps on one worker corresponds to the i-th call on each other worker.  A call
 before a step's `optimizer.step()` has the index `BEFORE_STEP_INDEX` + i; a call after it has the index i and
-the number of the next step.  A call of `grid.weigh` has the index `WEIGHTS_INDEX`.  Step and index together
+the number of the next step.  A call to `grid.weigh` has the index `WEIGHTS_INDEX`.  Step and index together
 identify an average; the code calls them its key.
 
-If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
-call in the next generation.  Some members may have received the average in the earlier generation.  So that
-all members receive the same value, these members repeat their call with the average as its value and with
-`KNOWN_INDEX` added to its index, and the root (rank 0) sends the average to the others.  If the group can
-continue without stalled trainers, members repeat the averages that they know at the start of the generation,
-even if their trainers do not call again.
+If the generation ends before all members have made the call, the average is cancelled, and the trainer
+repeats the call in the next generation.  Some members may have received the average in the earlier
+generation.  So that all members receive the same value, these members repeat their call with the average as
+its value and with `KNOWN_INDEX` added to its index, and the root (rank 0) sends the average to the others.
+If the group can continue without stalled trainers, then at the start of the generation members repeat the
+averages that they know, even if their trainers do not call again.
 
 The root does not wait for a rank that has made a later call, or whose trainer has submitted its contribution
 to the step.  Nor does it wait for joining members if the calls were made after the last step of the earlier
 generation.  The root asks the ranks without a value to report when they submit: it sends each of them a
 MeanReply with the index `SUBMITTED_INDEX` and the rank as its value.  From then on, these ranks report each
-submission with a MeanRequest of this index.  If the value of a MeanReply of this index is the rank of another
-member, that member has no value in the average that follows.  The root stores the latest `MAX_OPEN_MEANS`
-values of each member, so that no member can displace the values of another member.
+submission with a MeanRequest with this index.  If a MeanReply with this index has the rank of another member
+as its value, that member has no value in the average that follows.  The root stores the latest
+`MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class ScalarMeans:
     def _collect(
         self, key: MeanKey, rank: int, value: float, *, is_known: bool = False
     ) -> list[MemberEffect]:
-        """Store a member's value; send the average to the members that have called if it is now complete.
+        """Store a member's value; if the average is now complete, send it to the members that requested it.
 
         With `is_known`, the value is the average itself.  If the average has already been computed, only this
         member receives it.
@@ -221,7 +221,7 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
-        """Compute an average and send it to the members that have called.
+        """Compute an average and send it to the members that requested it.
 
         With `must_wait`, do nothing while a rank that can still contribute has not done so (`_has_passed`).
         """

@@ -302,8 +302,8 @@ def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], le
         at_most = [i for i in unbounded if left * speeds[i] / whole >= limits[i]]
         # Fixing shares at lower and at upper bounds changes the other shares in opposite directions, so the
         # side with the larger surplus is fixed first.
-        short = sum(least - left * speeds[i] / whole for i in at_least)
-        over = sum(left * speeds[i] / whole - limits[i] for i in at_most)
+        short = math.fsum(least - left * speeds[i] / whole for i in at_least)
+        over = math.fsum(left * speeds[i] / whole - limits[i] for i in at_most)
         bound = at_least if at_least and short >= over else at_most
         if not bound:
             break

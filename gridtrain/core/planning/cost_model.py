@@ -11,6 +11,7 @@ link or CPU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import assert_never
@@ -107,8 +108,8 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _packet_s(network: NetworkModel, cpu: CpuCosts) -> float:
-    """Return the CPU time per packet; 0 if a core is too slow to handle packets one by one, because many
-    packets are then read at once.
+    """Return the CPU time per packet; 0 if a core is too slow to handle packets one by one, as it then
+    reads many at once.
 
     All members are assumed to send and receive packets at the rate of the slowest link.
     """
@@ -202,7 +203,8 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
             rounds, ranks = 2 * (size - 1), range(size)
             hops = [(rank, (rank + 1) % size) for rank in ranks]
             hop_s = (
-                sum(bounded.link(*hop).alpha_s + slice_bytes / bounded.path_Bps(*hop) for hop in hops) / size
+                math.fsum(bounded.link(*hop).alpha_s + slice_bytes / bounded.path_Bps(*hop) for hop in hops)
+                / size
             )
             hop_s += 2 * cpu.message_s + cpu.wake_s + (add_s + store_s) / 2
             slice_s = busy_s / (rounds * slices)

@@ -13,6 +13,7 @@ times of the messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -220,9 +221,9 @@ def scale_to_shares(messages: Sequence[PlannedMessage], shares: Sequence[float])
     for message in messages:
         if message.work is ReceiveWork.KEEP and (message.count > 1 or len(message.needs) != 1):
             origins = [(message.src + distance) % len(shares) for distance in range(message.count)]
-            fraction = sum(shares[rank] for rank in origins) / message.count
+            fraction = math.fsum(shares[rank] for rank in origins) / message.count
         elif message.needs and messages[message.needs[0]].work is ReceiveWork.POOL:  # a sum of all
-            fraction = message.fraction * min(1.0, sum(shares))
+            fraction = message.fraction * min(1.0, math.fsum(shares))
         else:
             fraction = held[message.needs[0]] if message.needs else message.fraction * shares[message.src]
         before = held[message.after_messages[0]] if message.after_messages else shares[message.dst]

@@ -18,6 +18,7 @@ can handle messages in between.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -282,8 +283,8 @@ def _ring_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> Or
     def seconds(order: Sequence[int]) -> float:
         edges = [(a, order[rank + 1 - size]) for rank, a in enumerate(order)]
         slowest_s = max(byte_s[a][b] for a, b in edges) * segment_bytes
-        hop_s = sum(alpha_s[a][b] + byte_s[a][b] * segment_bytes / slices for a, b in edges) / size
-        total_s = sum(byte_s[a][b] for a, b in edges) * segment_bytes
+        hop_s = math.fsum(alpha_s[a][b] + byte_s[a][b] * segment_bytes / slices for a, b in edges) / size
+        total_s = math.fsum(byte_s[a][b] for a, b in edges) * segment_bytes
         return rounds * max(slowest_s, hop_s) + (slices - 1) / slices * slowest_s + 1e-3 * total_s
 
     return seconds
@@ -339,7 +340,7 @@ def _hops_estimator(
                 sent_bytes = whole_bytes if before_s[src] else own_bytes[a]
                 arrived_s = before_s[src] + alpha_s[a][b] + sent_bytes * byte_s[a][b]
                 ready_s[dst] = max(ready_s[dst], arrived_s)
-        return max(ready_s) + 1e-3 * sum(ready_s)
+        return max(ready_s) + 1e-3 * math.fsum(ready_s)
 
     return seconds
 

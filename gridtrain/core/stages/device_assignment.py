@@ -131,7 +131,7 @@ def _assign_replicas(
         )
 
     def distance_s(order: Sequence[list[PeerId]], cuts: tuple[int, ...]) -> float:
-        return sum(cost_s(a[0], b[0]) for a, b in pairwise(order)) if cost_s is not None else 0.0
+        return math.fsum(cost_s(a[0], b[0]) for a, b in pairwise(order)) if cost_s is not None else 0.0
 
     orders = _stage_orders(rows, devices, len(model.blocks))
     cuts, order = fastest_order(model, orders, weakest, distance_s, known)

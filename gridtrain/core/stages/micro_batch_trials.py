@@ -188,6 +188,6 @@ def _hop_s(timings: TrialTimings, layout: RankLayout) -> float:
     for replica in range(layout.replicas):
         first, *later = (timings[rank] for rank in layout.pipeline_ranks(replica))
         if first.round_trip_s > 0:
-            work_s = sum(figures.forward_s + figures.backward_s for figures in later)
+            work_s = math.fsum(figures.forward_s + figures.backward_s for figures in later)
             found.append(max(0.0, first.round_trip_s - work_s) / (2 * (layout.stages - 1)))
     return max(found, default=0.0)

@@ -1,9 +1,9 @@
 """Checks whether a key may connect and send, and defines the limit on connections of pending members.
 
-A stranger holds a key that may not connect.  A pending member has proven only the key of an invitation.
+A stranger holds a key that may not connect.  A pending member authenticated only with an invitation's key.
 
     handshake   is_admitted           a stranger gets no answer, not even our Hello
-    Hello       is_still_admitted     Hello must also name the key that the connection has proven
+    Hello       is_still_admitted     Hello must also name the key that the connection authenticated
     message     is_still_admitted     a key that the policy no longer admits is disconnected
 
 `PeerAllowlist` is the access policy of a worker.

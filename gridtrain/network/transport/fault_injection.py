@@ -173,7 +173,7 @@ class Faults:
         try:
             body = text if path is None else path.read_text(encoding="utf-8")[:MAX_TEXT]
             plan = [PlannedFault(**fault) for fault in json.loads(body)[:MAX_FAULTS]]
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(
                 f"GRIDTRAIN_FAULTS is {text[:80]!r}, which cannot be parsed as a plan of faults: {error}",
                 remedy="set it to the text that gridtrain.testing.Faults.text() returns, or unset it",

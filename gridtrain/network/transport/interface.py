@@ -58,9 +58,9 @@ class PeerUp:
 
     Attributes:
         host: the IP address of the other end as this side sees it; empty if unknown.
-        pending_key: the invitation's key if the other side has proven only that key, otherwise None.  If it
-            is set, `peer` is a name that the transport generates for the connection, because several peers
-            may hold the same invitation.
+        pending_key: the invitation's key if the other side authenticated only with that key, otherwise None.
+            If it is set, `peer` is a name that the transport generates for the connection, because several
+            peers may hold the same invitation.
     """
 
     peer: PeerId

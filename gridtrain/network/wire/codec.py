@@ -37,9 +37,7 @@ _PARSE_LIMITS: dict[str, int] = {
 
 TYPE_CODES: dict[type, int] = {record.cls: code for code, record in MESSAGES.items()}
 
-_invalid = partial(
-    RemoteProtocolError, remedy="disconnect the peer and check that it runs the same version of gridtrain"
-)
+_invalid = partial(RemoteProtocolError, remedy="check that the peer runs the same version of gridtrain")
 
 
 def encode(message: Message) -> list[bytes | memoryview]:

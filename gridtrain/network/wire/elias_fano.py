@@ -109,8 +109,7 @@ def invalid_payload(reason: str) -> RemoteProtocolError:
     """Return the error for a payload that no correct member of the run sends."""
     return RemoteProtocolError(
         reason,
-        remedy="disconnect the peer and check that all members of the run use the same exchange and "
-        "gridtrain version",
+        remedy="check that all members of the run use the same exchange and gridtrain version",
     )
 
 

@@ -437,7 +437,7 @@ def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
     if payload_bytes != expected_bytes:
         raise RemoteProtocolError(
             f"{what} is {payload_bytes} bytes long; it must be {expected_bytes} bytes long",
-            remedy="disconnect the peer; check that all members of the run train the same model",
+            remedy="check that all members of the run train the same model",
         )
 
 
@@ -457,8 +457,7 @@ def _check_magnitudes(
         raise RemoteProtocolError(
             f"{what} has values from {low:g} to {high:g}; in a sum over {source.contributors} of "
             f"{source.world_size} members, the magnitude of each value must be at most {limit:g}",
-            remedy="disconnect the peer; a member whose values are too large or not finite must skip the "
-            "step",
+            remedy="a member whose values are too large or not finite must skip the step",
         )
 
 

@@ -37,7 +37,7 @@ MAX_WAITING = 4
 """Maximum number of queued checkpoints for which the group does not wait.  If there are more, the oldest is
 dropped."""
 
-_REMEDY = "disconnect the peer; check that it runs the same version of gridtrain"
+_REMEDY = "check that the peer runs the same version of gridtrain"
 
 
 class CheckpointDisk(Protocol):

@@ -21,7 +21,7 @@ from gridtrain.sparsify.merge import FloatArray, largest_summable
 
 MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES
 _KIND = ValueKind.FP32
-_REMEDY = "disconnect the peer; check that it runs the same version of gridtrain"
+_REMEDY = "check that the peer runs the same version of gridtrain"
 
 
 @dataclass(frozen=True, slots=True)

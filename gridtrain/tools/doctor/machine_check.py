@@ -66,7 +66,7 @@ It prints its progress and then its results, one JSON object per line; "flops" i
 float32 operations per second.
 """
 
-INSTALL_HINT = f"{install_command('torch')} (but first install the torch build for your GPU, see pytorch.org)"
+INSTALL_HINT = f"{install_command('torch')} (but first install the torch build for your GPU from pytorch.org)"
 
 
 def check_python() -> Finding:
@@ -192,7 +192,7 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
                 warning("gpu", f"torch is built for CUDA {found['cuda_build']}, but finds no GPU", fix)
             )
         elif Path("/proc/driver/nvidia/version").exists():
-            fix = "install a torch build for CUDA, see pytorch.org"
+            fix = "install a torch build for CUDA from pytorch.org"
             findings.append(
                 warning("gpu", "there is an NVIDIA driver, but this torch build supports only the CPU", fix)
             )

@@ -42,7 +42,7 @@ class Option:
 
     Attributes:
         name: the name with underscores, as in run.toml.
-        default: the default value; None if it is determined at run time, see `default_description`.
+        default: the default value; None if it is determined at run time; see `default_description`.
         unset_value: the value that applies if the option has no value; None if it is not a constant.
         default_description: what applies if the option has no value, as text for the help.
         choices: the allowed values of a TEXT; () allows any.

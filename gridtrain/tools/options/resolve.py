@@ -102,7 +102,7 @@ def resolve(
     """Return the values of all options of `program`.
 
     Args:
-        given: the values on the command line or in the call of `gridtrain.join`, by option name; None or ()
+        given: the values on the command line or in the call to `gridtrain.join`, by option name; None or ()
             if a value is not given.
 
     Raises:

@@ -107,12 +107,25 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def as_one(optimizer: Any) -> Any:
-    """Return a list or tuple of optimizers as one optimizer, and anything else unchanged."""
+    """Return a list or tuple of optimizers as one optimizer, and anything else as it is.
+
+    Adam and AdamW of torch before 2.7 get the field that later versions have, so that the settings of workers
+    with different versions are equal.
+    """
     if not isinstance(optimizer, list | tuple):
+        _add_recent_fields(optimizer)
         return optimizer
     joint = JointOptimizer(optimizer)
     joint.state_dict()  # raises for a state that it cannot contain
+    for each in optimizer:
+        _add_recent_fields(each)
     return joint if len(optimizer) > 1 else optimizer[0]
+
+
+def _add_recent_fields(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        for fields in (optimizer.defaults, *optimizer.param_groups):
+            fields.setdefault("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -327,7 +327,7 @@ def _parse_retry_after(text: str) -> float:
 
 
 def path_of(place: str) -> str:
-    """Return a path or a URL; remove the fragment, and the query with any signature, from an http(s) URL."""
+    """Return a path or a URL, an http(s) URL without fragment and query, which may contain a signature."""
     is_http = re.match("(.*::)?https?://", place, re.IGNORECASE)
     return re.split("[?#]", place, maxsplit=1)[0] if is_http else place
 

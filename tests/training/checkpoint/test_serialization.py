@@ -72,6 +72,9 @@ def test_a_newcomer_continues_bit_for_bit(optimizer_name, scheduler_name):
         return model, optimizer, SCHEDULERS[scheduler_name](optimizer)
 
     source, newcomer = worker(seed=0), worker(seed=9)
+    group = source[1].param_groups[0]
+    if torch.is_tensor(group["lr"]) and group["lr"] is group["initial_lr"]:
+        pytest.skip("the SequentialLR of this torch (before 2.9) changes `initial_lr` together with `lr`")
     train(*source, steps=3)
     assert replica_digest(*source[:2]) != replica_digest(*newcomer[:2])
     restore_state(capture_state(*source[:2], {"lr": source[2]}), *newcomer[:2], {"lr": newcomer[2]})

@@ -50,7 +50,7 @@ class Connection:
 
     Attributes:
         peer: the peer's name; for a pending member, a generated name.
-        key: the key that the other side has proven or, without encryption, claimed.
+        key: the key with which the other side authenticated or, without encryption, the one that it claims.
         socket: the socket to write to; messages of an accepted connection begin with its routing id.
         user_id: the User-Id that the frames of an accepted, encrypted connection carry, otherwise "".
         accepted_tcp: the TCP connection if it was accepted and is known, otherwise None.

@@ -105,9 +105,9 @@ def read_hello(incoming: sockets.IncomingMessage, traffic: TrafficCounters) -> H
 
 
 def check_hello(hello: Hello, incoming: sockets.IncomingMessage, me: PeerId, *, encrypted: bool) -> None:
-    """Raise `RemoteProtocolError` if Hello names our own key, or a key that the connection has not proven.
+    """Raise `RemoteProtocolError` if Hello names our key or one that the connection did not authenticated.
 
-    Without encryption, a connection proves no key, and only our own key is refused.
+    Without encryption, a connection authenticates no key, and only our own key is refused.
     """
     if incoming.user_id != (hello.peer.hex() if encrypted else ""):
         raise RemoteProtocolError(f"key {incoming.user_id[:8]} sent a Hello as key {hello.peer.hex()[:8]}")

@@ -7,7 +7,7 @@
             IMMEDIATE is off, because with this option unread messages are dropped at a disconnect
 
 Every frame from a ROUTER carries the User-Id that `handshake.ZapHandler` assigned to its connection, which is
-the key that the other side has proven.  A DEALER connects only to the owner of the server's key.
+the key with which the other side authenticated.  A DEALER connects only to the owner of the server's key.
 
 While a message arrives, libzmq limits the size of each frame (`MAXMSGSIZE`), but not the number of frames.  A
 message that exceeds the codec's limits is read frame by frame and dropped.
@@ -431,7 +431,8 @@ def _bind_error(address: str, error: zmq.ZMQError | OSError) -> TransportError:
         )
     if error.errno == errno.EMFILE:
         return TransportError(
-            f"cannot listen on {address}: {error.strerror}", remedy="raise the limit, see ulimit -n"
+            f"cannot listen on {address}: {error.strerror}",
+            remedy="raise the limit on open files (ulimit -n)",
         )
     return TransportError(
         f"cannot listen on {address!r}: {error.strerror}",
