@@ -185,5 +185,7 @@ def test_a_checkpoint_of_a_peer_cannot_choose_the_written_files(
     error = refusal(tmp_path / "bad", ".")
     assert "names the file 'train.py'; allowed are names that end in config.json" in error.reason
     assert error.remedy == "write a plain file: OUT.safetensors" and list(out.iterdir()) == []
-    assert export(tmp_path / "good", ".").exit_code == 0
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    for name in (".", "Qwen3-0.6B-adapter"):
+        assert export(tmp_path / "good", name).exit_code == 0
+        written = {path.name for path in (out / name).iterdir() if path.is_file()}
+        assert written == {"config.json", "model.safetensors"}

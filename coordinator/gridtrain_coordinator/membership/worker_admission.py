@@ -243,7 +243,10 @@ def _how_to_define_anew(others: list[str]) -> str:
         others: the workers that would have to leave before the first step; empty if a step was committed.
     """
     if not others:
-        return "to begin with another setup, use another name in run.toml"
+        return (
+            "to train the run's model with another setup, load it in a run with another name in run.toml "
+            "(see docs/operations.md)"
+        )
     return (
         f"if the setup of {list_first(others, MAX_NAMES)} is the wrong one, stop or kick "
         f"{'that worker' if len(others) == 1 else 'these workers'}: until the first step is committed, the "
@@ -252,7 +255,7 @@ def _how_to_define_anew(others: list[str]) -> str:
 
 
 def _remedy(reference: m.Setup, setup: m.Setup) -> str:
-    remedy = "start every worker with the same script, data and options"
+    remedy = "start every worker with the same script, data, options and version of torch"
     run_facts, facts = dict(reference.facts), dict(setup.facts)
     run, here = run_facts.get(m.BASE_FACT), facts.get(m.BASE_FACT)
     if run != here and "any" in (run, here):

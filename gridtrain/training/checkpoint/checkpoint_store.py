@@ -49,7 +49,7 @@ _DIGEST_BYTES = 32
 WARNING_INTERVAL_S = 600.0
 """The interval at which a worker repeats the message that it cannot write or upload checkpoints."""
 
-START_FROM_MODEL = "to train its model with other settings, load the model before grid.optimizer in a new run"
+START_FROM_MODEL = "to train its model with other settings, load it in a new run (see docs/operations.md)"
 """What to do with a model whose checkpoint is rejected."""
 
 _NAME = re.compile(r"step-(\d{8,})")

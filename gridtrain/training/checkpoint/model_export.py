@@ -121,7 +121,8 @@ def export_model(
         ConfigError: there is no readable checkpoint, `out` cannot be written, or `out` is a folder and the
             model is neither a PEFT nor a transformers model.
     """
-    write = None if out.is_dir() or not out.suffix else _writer(out)
+    # "Qwen3-0.6B" is the name of a folder.
+    write = _writer(out) if out.suffix[1:].isalpha() and not out.is_dir() else None
     found = _find_checkpoints(folder, step)
     first_error: ConfigError | None = None
     for path in found:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +173,21 @@ def adapter_facts(model: nn.Module) -> Facts:
     """Return the fact that describes the adapters of a PEFT model, which must be equal on all workers.
 
     Other models have no such fact.  The fact covers what the parameters do not show, such as
-    `lora_alpha`, but not where the base was loaded from.
+    `lora_alpha`, but not where the base was loaded from, or options that have their default value: most
+    versions of PEFT add some, and workers may have different versions.
     """
     found = find_pretrained(model)
     if found is None or not isinstance(found[1], _imported(*_PEFT_MODEL)):
         return ()
     described = []
     for name, config in sorted(found[1].peft_config.items()):  # type: ignore[union-attr, operator]
-        values = {key: value for key, value in config.to_dict().items() if key not in _PLACE_OF_BASE}
-        text = json.dumps(values, sort_keys=True, default=_plain)
+        values = config.to_dict()
+        usual = {
+            each.name: each.default if each.default_factory is MISSING else each.default_factory()
+            for each in fields(config)
+        }
+        chosen = {k: v for k, v in values.items() if k not in _PLACE_OF_BASE and v != usual.get(k)}
+        text = json.dumps(chosen, sort_keys=True, default=_plain)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         shown = [f"{key}={values[key]}" for key in ("r", "lora_alpha") if values.get(key) is not None]
         described.append(" ".join([str(name), *shown, f"digest {digest}"]))

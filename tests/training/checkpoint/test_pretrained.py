@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -247,6 +249,50 @@ def test_a_model_that_cannot_be_exported_is_not_described(
     model.folder = ".hidden"
     assert pretrained.describe(model, model.parameters()) is None
     assert "can only be exported as .safetensors or .pt files: its description" in caplog.text
+
+
+@dataclass
+class Options:
+    """The interface of PEFT's `LoraConfig` that `adapter_facts` uses."""
+
+    r: int = 8
+    lora_alpha: int = 8
+    bias: str = "none"
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    peft_version: str = "0.17.0"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class LaterOptions(Options):
+    """Those of a later version, which has more of them."""
+
+    peft_version: str = "0.21.0"
+    use_other: bool | None = None
+    group_size: int = 16
+
+
+def test_versions_of_peft_with_other_options_have_the_same_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft.peft_model", SimpleNamespace(PeftModel=Adapter))
+
+    def fact_of(options: Options) -> str:
+        model = Adapter(2, 1)
+        model.peft_config = {"default": options}
+        ((name, text),) = pretrained.adapter_facts(model)
+        assert name == "adapter" and text.startswith(f"default r=8 lora_alpha={options.lora_alpha} digest ")
+        return text
+
+    same = [fact_of(Options(rank_pattern={"q": 2})), fact_of(LaterOptions(rank_pattern={"q": 2}))]
+    others = [
+        fact_of(options)
+        for options in (
+            *(LaterOptions(), Options(rank_pattern={"q": 3}), Options(bias="all"), Options(lora_alpha=4)),
+            *(LaterOptions(use_other=True), LaterOptions(group_size=8)),
+        )
+    ]
+    assert same[0] == same[1] and len({same[0], *others}) == 1 + len(others)
 
 
 def test_a_plain_model_is_not_described() -> None:
