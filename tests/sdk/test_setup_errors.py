@@ -124,7 +124,7 @@ def refusal(new_group: Any) -> Any:
         assert isinstance(error, JoinRefused), error
         assert error.code == "different-run"
         assert error.remedy.startswith(
-            "start every worker with the same script, data, options and version of torch; "
+            "start every worker with the same script, data and options; "
         )
         return error
 

@@ -255,7 +255,7 @@ def _how_to_define_anew(others: list[str]) -> str:
 
 
 def _remedy(reference: m.Setup, setup: m.Setup) -> str:
-    remedy = "start every worker with the same script, data, options and version of torch"
+    remedy = "start every worker with the same script, data and options"
     run_facts, facts = dict(reference.facts), dict(setup.facts)
     run, here = run_facts.get(m.BASE_FACT), facts.get(m.BASE_FACT)
     if run != here and "any" in (run, here):
