@@ -472,7 +472,7 @@ class SiteOptimizer(WrappingOptimizer):
 def _refuse_wrapped(model: nn.Module) -> None:
     """Raise `ConfigError` if torch averages the gradients or divides the parameters of `model`."""
     found = {type(module).__name__ for module in model.modules() if isinstance(module, _WRAPPERS)}
-    # A DTensor, which torch 2.4 has in another module.
+    # A DTensor is recognized by its mesh.
     found |= {type(p.data).__name__ for p in model.parameters() if hasattr(p.data, "device_mesh")}
     if found:
         raise ConfigError(

@@ -46,13 +46,13 @@ class Template:
     """
 
     about: str
-    requires: tuple[str, ...] = ("torch>=2.4",)
+    requires: tuple[str, ...] = ("torch>=2.6",)
     min_workers: int = 2
     checkpoint_every: int = 500
     has_text: bool = False
 
 
-_TRANSFORMERS = ("torch>=2.4", "transformers>=4.57")
+_TRANSFORMERS = ("torch>=2.6", "transformers>=4.57")
 TEMPLATES = {
     "lora": Template(
         "LoRA adapters of a language model learn a text", (*_TRANSFORMERS, "peft>=0.17"), 3, 10, True

@@ -65,7 +65,7 @@ class _Moments:
 def _collect(norm: nn.Module, values: Tensor) -> None:
     """Collect the statistics of a micro-batch in the norm itself, so that compiled layers of the same kind
     share their code."""
-    if (collected := vars(norm).get(_COLLECTED)) is not None:
+    if (collected := getattr(norm, _COLLECTED, None)) is not None:
         values = values.detach().float().transpose(0, 1).flatten(1)  # (C, count)
         mean_C = values.mean(dim=1)
         deviations_C = (values - mean_C[:, None]).square().sum(dim=1)

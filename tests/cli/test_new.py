@@ -150,7 +150,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     )
     os.close(screen.slave)
     shown = screen.until("Run it on this machine? [y/N]")
-    for word in ('The owner of the run "my-run"', "python train.py", found[1], "torch 2.4 or newer",
+    for word in ('The owner of the run "my-run"', "python train.py", found[1], "torch 2.6 or newer",
                  "gradients or parameter changes", "permissions of", "upload limit: none"):  # fmt: skip
         assert word in shown, word
     assert "of new images" not in shown

@@ -175,7 +175,7 @@ def test_compiled_layers_are_compiled_only_in_the_first_step(rematerialise: bool
             each.finish()
             each.commit()
         compilations.append(backend.frame_count)
-    limit = torch._dynamo.config.recompile_limit  # afterwards torch compiles no more
+    limit = torch._dynamo.config.cache_size_limit  # afterwards torch compiles no more
     assert 0 < compilations[0] == compilations[-1] < limit, compilations
     for layer, expected in zip(layers, plain.layers, strict=True):
         for name, buffer in layer.named_buffers():

@@ -132,6 +132,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="older torch takes one operation more")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_a_single_tensor_takes_few_operations(dtype: torch.dtype) -> None:
     """Each costs 20 to 50 us on a core that did something else before."""

@@ -123,9 +123,7 @@ def refusal(new_group: Any) -> Any:
             assert group.result(0) == 4, "the run goes on"
         assert isinstance(error, JoinRefused), error
         assert error.code == "different-run"
-        assert error.remedy.startswith(
-            "start every worker with the same script, data and options; "
-        )
+        assert error.remedy.startswith("start every worker with the same script, data and options; ")
         return error
 
     return run

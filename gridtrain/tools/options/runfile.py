@@ -81,7 +81,7 @@ class RunDescription:
 
     @property
     def requirements(self) -> list[str]:
-        """The required packages as in run.toml, such as "torch>=2.4"."""
+        """The required packages as in run.toml, such as "torch>=2.6"."""
         return [f"{name}>={least}" if least else name for name, least in self.requires]
 
     @property
@@ -331,6 +331,6 @@ def _required(path: Path, text: str) -> tuple[str, str]:
     if match is None:
         raise ConfigError(
             f"{path}: [run] requires {text!r}, which is not a package name with an optional minimum version",
-            remedy='write a package, with or without a minimum version: "torch>=2.4"',
+            remedy='write a package, with or without a minimum version: "torch>=2.6"',
         )
     return match[1], match[2] or ""

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from lab.group import free_port
 from lab.net import Net, why_not
@@ -96,6 +97,7 @@ def test_a_rank_that_fails_is_reported_with_the_end_of_its_output(
 
 
 @pytest.mark.integration
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="DistributedDataParallel has no init_sync")
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_a_training_run_learns_and_ends_at_its_loss(trainer: str, tmp_path: Path) -> None:
     need(TRAINERS[trainer])

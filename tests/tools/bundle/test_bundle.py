@@ -21,7 +21,7 @@ about = "a \\"small\\" run \u00e9"
 script = "train.py"
 arguments = ["--size", "small"]
 files = ["lib/model.py", "train.py"]
-requires = ["torch>=2.4", "numpy"]
+requires = ["torch>=2.6", "numpy"]
 image = "registry.example/mine:1"
 
 [run.data]
@@ -44,7 +44,7 @@ script = "train.py"
 digest = "SCRIPT"
 arguments = ["--size", "small"]
 files = ["lib/model.py"]
-requires = ["torch>=2.4", "numpy"]
+requires = ["torch>=2.6", "numpy"]
 image = "registry.example/mine:1"
 
 [run.data]

@@ -248,8 +248,9 @@ class Listener:
         found: list[Connection | None] = []
         for fd, tcp in list(self._accepted.items()):
             connection = self._by_fd.get(fd)
-            if connection is None:
-                if dialer.exceeds_unread(tcp.received_bytes(), 0, is_pending=True):
+            if connection is None:  # once only, because libzmq closes the descriptor later
+                if fd in self._half_open and dialer.exceeds_unread(tcp.received_bytes(), 0, is_pending=True):
+                    self._half_open.remove(fd)
                     tcp.shut_down()
                     found.append(None)
             elif connection.is_hoarding():
