@@ -37,7 +37,7 @@ def test_the_blocks_make_up_the_archive() -> None:
         "digest": BUNDLE.digest,
         "bytes": len(ARCHIVE),
         "script": "train.py",
-        "requires": ["torch>=2.6", "numpy"],
+        "requires": ["torch>=2.4", "numpy"],
     }
     blocks = [answer(server, ANNA, index, 0.0) for index in range(2)]
     assert all(isinstance(block, m.BundleBlock) and block.total == 2 for block in blocks)
