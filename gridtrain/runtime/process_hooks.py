@@ -26,8 +26,10 @@ from gridtrain.errors import GridtrainError, LocalProtocolError
 _LIBRARIES = (
     str(Path(__file__).resolve().parents[1]) + os.sep,
     *{sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib", "stdlib")},
+    "<string>",
 )
-"""Folders of gridtrain, other installed packages and Python, none of which is the user's script."""
+"""Folders of gridtrain, other installed packages and Python, and generated code, such as the `__init__` of a
+dataclass; none of these is the user's script."""
 
 _generators: WeakSet[Generator[Any, None, None]] = WeakSet()
 _of_parent: list[Generator[Any, None, None]] = []

@@ -122,6 +122,14 @@ def test_a_script_with_neither_agent_nor_invitation_is_refused(tmp_path: Path) -
     )
 
 
+def test_an_invalid_option_is_reported_with_the_line_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import gridtrain\n\ngridtrain.GTopK(density=5)")
+    done = run(sys.executable, str(script), GRIDTRAIN_COORDINATOR="tcp://127.0.0.1:1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("gridtrain: train.py, line 3: ConfigError: density is 5")
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_child_process_that_imports_the_script_does_not_join(method: str, tmp_path: Path) -> None:
     """It would replace its parent in the run."""
