@@ -122,6 +122,7 @@ def test_a_script_with_neither_agent_nor_invitation_is_refused(tmp_path: Path) -
     )
 
 
+@pytest.mark.executed
 def test_an_invalid_option_is_reported_with_the_line_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import gridtrain\n\ngridtrain.GTopK(density=5)")
