@@ -511,7 +511,8 @@ def test_a_missing_journal_is_reported_once_and_shown_to_the_operator(
     times_s = itertools.count(100.0)
     transcript, transport = run_loop(FakeCore(), [], [], [*asks], clock=lambda: float(next(times_s)))
     assert transcript.count("log error journal_missing") == 1
-    shown, hidden = (json.loads(reply.payload) for reply in transport.sent if isinstance(reply, m.StatusReply))
+    replies = [message for message in transport.sent if isinstance(message, m.StatusReply)]
+    shown, hidden = (json.loads(reply.payload) for reply in replies)
     assert shown["alert"].startswith(daemon.JOURNAL_MISSING) and "alert" not in hidden
 
 
