@@ -29,6 +29,7 @@ SENTENCES = {
     "freeze": "the members are waiting for a new generation: {reason}",
     "generation": "generation {generation} has {workers} and begins at step {step}: {reason}",
     "joined": "{name} has joined",
+    "journal_missing": "{reason}; {remedy}",
     "learning_again": "{reason}",
     "left": "{name} has left: {reason}",
     "lone_mean": "{name} called grid.mean without other workers near step {step}: {remedy}",

@@ -89,6 +89,9 @@ how many keys they are counted.  `gridtrain status --watch` asks once a second."
 COMPACTION_BYTES = 2**20
 """At startup, superseded entries of at least this total size are removed; reading them takes 0.02 s."""
 
+JOURNAL_MISSING = "the journal was moved or removed, and a coordinator that is started again lacks this run"
+MISSING_REMEDY = "move it back; if it is lost, let this coordinator run until the end, or use a backup"
+
 
 class StopFlag(Protocol):
     """A `threading.Event`, or any other object with an `is_set` method."""
@@ -248,6 +251,7 @@ class Coordinator:
         self._refused_versions = RefusedVersions()
         self._address = address
         self._started_s = self._clock()
+        self._is_journal_missing = False
         self._finished_s = math.inf  # when housekeeping first found that the run is finished
         self._exit_deadline_s = math.inf
 
@@ -571,6 +575,8 @@ class Coordinator:
             status["door"] = self._access.status()
             if self._backups is not None:
                 status["backup"] = self._backups.status(now_s)
+            if self._is_journal_missing:
+                status["alert"] = f"{JOURNAL_MISSING}; {MISSING_REMEDY}"
         else:
             redact_addresses(status)
         status["bundle"] = self._bundle_server.status()
@@ -595,6 +601,9 @@ class Coordinator:
         status = self._membership.status(now_s)
         self._rates.observe(status, now_s)
         self._update_dashboard(status, now_s)
+        was_missing, self._is_journal_missing = self._is_journal_missing, self._store.is_missing
+        if self._is_journal_missing and not was_missing:
+            self._log("error", "journal_missing", {"reason": JOURNAL_MISSING, "remedy": MISSING_REMEDY})
         self._finished_s = min(self._finished_s, now_s) if status["finished"] else math.inf
         is_pending = self._membership.is_model_pending
         delay_s = (WRITING_DELAY_S if is_pending else EXIT_DELAY_S) if status["members"] else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -130,9 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo(f"gridtrain: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in DISK_FULL or os.environ.get("GRIDTRAIN_DEBUG"):
+        if error.errno not in (*DISK_FULL, errno.EROFS) or os.environ.get("GRIDTRAIN_DEBUG"):
             raise
         what = error.filename or "the output"
-        click.echo(f"gridtrain: {what} cannot be written: {error.strerror} -> free disk space", err=True)
+        remedy = "make it writable" if error.errno == errno.EROFS else "free disk space"
+        click.echo(f"gridtrain: {what} cannot be written: {error.strerror} -> {remedy}", err=True)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -19,7 +20,7 @@ import pytest
 
 from gridtrain._version import __version__
 from gridtrain.cli import status
-from gridtrain.cli.main import main
+from gridtrain.cli.main import cli, main
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.identity import Identity
@@ -106,6 +107,16 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits 1 s for an answer instead of the usual time."""
     monkeypatch.setattr(status, "ANSWER_TIMEOUT_S", 1.0)
+
+
+def test_a_read_only_disk_is_reported(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/home/anna/worker-0.lock")
+
+    monkeypatch.setattr(cli, "main", refuse)
+    done = gridtrain("status")
+    error = "/home/anna/worker-0.lock cannot be written: Read-only file system -> make it writable"
+    assert (done.returncode, done.stderr) == (1, f"gridtrain: {error}\n")
 
 
 def test_an_unreachable_coordinator_is_reported(gridtrain: RunCommand, impatient: None) -> None:

@@ -503,6 +503,19 @@ def test_it_exits_after_the_end_of_the_run(
     assert ends_after_s - 1.0 <= now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for all iterations"
 
 
+def test_a_missing_journal_is_reported_once_and_shown_to_the_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RecordingStore, "is_missing", True)
+    asks = [Received(OPERATOR, m.StatusRequest(), 9), Received(ANNA, m.StatusRequest(), 9)]
+    times_s = itertools.count(100.0)
+    transcript, transport = run_loop(FakeCore(), [], [], [*asks], clock=lambda: float(next(times_s)))
+    assert transcript.count("log error journal_missing") == 1
+    replies = [message for message in transport.sent if isinstance(message, m.StatusReply)]
+    shown, hidden = (json.loads(reply.payload) for reply in replies)
+    assert shown["alert"].startswith(daemon.JOURNAL_MISSING) and "alert" not in hidden
+
+
 def test_by_default_it_does_not_exit_after_the_end() -> None:
     core = FakeCore()
     core.fixed_status["finished"] = True

@@ -384,6 +384,23 @@ def test_a_full_disk_does_not_lose_the_contributions_of_a_killed_agent(tmp_path:
     assert json.loads(out.getvalue().splitlines()[-1])["fields"]["total"]["steps"] == 6
 
 
+def test_a_script_counts_once_if_the_disk_has_become_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = ContributionStats(tmp_path / "worker-0.key", JsonConsole(out := io.StringIO()))
+    Contribution(step=5, steps=5, samples=50, run_samples=50).write(stats.path)
+    stats.update(0.0)
+
+    def refuse(*paths: Path, **options: bool) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert [stats.script_ended() for _ in range(3)] == [True, False, False], "the last two committed no step"
+    stats.finish()
+    assert json.loads(out.getvalue().splitlines()[-1])["fields"]["total"]["steps"] == 5
+
+
 def test_the_live_line_includes_earlier_starts_without_the_steps_that_a_run_repeats(tmp_path: Path) -> None:
     """The first start is in steps 1 to 8.  Then all end; the run returns from step 8 to step 5."""
     identity, shown = tmp_path / "worker-0.key", []

@@ -6,6 +6,7 @@ tests/sdk/test_pausing.py and, as processes, in tests/integration/test_owner.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -105,6 +106,19 @@ def test_only_the_owner_may_use_the_socket_and_it_is_found_by_name(
     assert find_worker("") == find_worker("anna") == folder / SOCKET
     with pytest.raises(ConfigError, match=r"there is no worker 'bob' -> choose one of: anna"):
         find_worker("bob")
+
+
+def test_a_disk_that_has_become_read_only_does_not_fail_the_end(
+    folder: Path, sensors: FakeSensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as read_only, PolicyEnforcer(folder, "anna", {}, print, sensors=sensors):
+        read_only.setattr(Path, "unlink", refuse)
+    assert os.path.lexists(folder / SOCKET) and running_workers() == []
+    with PolicyEnforcer(folder, "anna", {}, print, sensors=sensors):
+        assert find_worker("anna") == folder / SOCKET
 
 
 def test_workers_of_one_name_are_distinguished(folder: Path, sensors: FakeSensors) -> None:

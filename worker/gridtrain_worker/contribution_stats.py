@@ -6,6 +6,7 @@ shown only to the volunteer, and never sent.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +35,9 @@ class ContributionStats:
         self._is_reported = False
         if (found := Contribution.read(self.path)) is not None:  # the latest agent was killed
             self._before = add_contributions(self._before, found)
+        self._counted = found  # of an earlier script; a disk that is full or read-only may keep its file
         if found is None or self._before.write(self._total_file):
-            self.path.unlink(missing_ok=True)
+            self._remove_file()
 
     @property
     def is_empty(self) -> bool:
@@ -56,7 +58,7 @@ class ContributionStats:
         if now_s < self._next_read_s:
             return
         self._next_read_s = now_s + LOOK_EVERY_S
-        found = Contribution.read(self.path)
+        found = self._read()
         if found is not None and found.steps:
             self._current = found
         shown = self._finished if self._current is None else add_contributions(self._finished, self._current)
@@ -69,13 +71,22 @@ class ContributionStats:
 
         Returns whether the script has committed a step.
         """
-        found = Contribution.read(self.path) or self._current
+        found = self._read() or self._current
         self._finished = add_contributions(self._finished, found) if found is not None else self._finished
         if not self.is_empty:
             add_contributions(self._before, self._finished).write(self._total_file)
-        self.path.unlink(missing_ok=True)
-        self._current = None
+        self._counted, self._current = found or self._counted, None
+        self._remove_file()
         return found is not None and found.steps > 0
+
+    def _read(self) -> Contribution | None:
+        """Return the figures of the script that is running; None if there are none yet."""
+        found = Contribution.read(self.path)
+        return None if found == self._counted else found
+
+    def _remove_file(self) -> None:
+        with contextlib.suppress(OSError):  # training does not depend on it
+            self.path.unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Show the contributions since the agent started, if any; do so only once."""

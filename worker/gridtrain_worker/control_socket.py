@@ -121,7 +121,8 @@ class ControlSocket:
         self._closing.set()
         self._thread.join()
         self._socket.close()
-        self._default_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk; the next agent removes the socket
+            self._default_path.unlink(missing_ok=True)
         if self._short_folder is not None:
             shutil.rmtree(self._short_folder, ignore_errors=True)
 

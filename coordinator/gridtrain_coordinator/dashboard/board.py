@@ -43,7 +43,7 @@ FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
     "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled",
     "dashboard_failed", "step_skipped", "step_missed", "lone_mean", "checkpoint_failed", "upload_failed",
-    "model_not_written", "not_learning",
+    "model_not_written", "not_learning", "journal_missing",
 }  # fmt: skip
 CHANGES = {
     "generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again",

@@ -170,7 +170,7 @@ class Backups:
             term, last = copy.copy_to(partial / JOURNAL)
             self._check_same_run(copy)
             for name in _KEYS:
-                if (self._state / name).exists():
+                if name == COORDINATOR_KEY or (self._state / name).exists():
                     Identity.read(self._state / name).write(partial / name)
             _sync(partial / JOURNAL)
             _sync(partial)

@@ -136,6 +136,11 @@ class JournalStore:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether the open file was moved or removed; SQLite continues to write to it without an error."""
+        return self._path != MEMORY and not os.path.exists(self._path)
+
     def identity(self) -> Identity:
         """Return the coordinator's key pair; create it on the first start with this journal.
 

@@ -122,6 +122,19 @@ def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
     restore(path, tmp_path / "standby")  # a failed start can be repeated
 
 
+def test_a_backup_without_the_coordinators_key_is_none(tmp_path: Path) -> None:
+    """The state folder was emptied while the coordinator was running; the latest backup must stay usable."""
+    store = running(tmp_path / "state")
+    backups = Backups(tmp_path / "backups", tmp_path / "state")
+    first = make(backups, store)
+    for path in (tmp_path / "state").iterdir():
+        path.unlink()
+    store.append_all([("state", {})])
+    with pytest.raises(JournalError, match=COORDINATOR_KEY):
+        make(backups, store)
+    assert backups.failure and latest_backup(tmp_path / "backups") == first
+
+
 def test_two_runs_cannot_share_a_backup_folder(tmp_path: Path) -> None:
     one, other = running(tmp_path / "one"), running(tmp_path / "other")
     make(Backups(tmp_path / "backups", tmp_path / "one"), one)

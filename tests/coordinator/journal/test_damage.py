@@ -256,6 +256,21 @@ def without_privileges(path: Path) -> Iterator[None]:
         os.seteuid(0)
 
 
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_an_open_journal_that_was_moved_is_missing_until_it_is_back(path: Path, whole_folder: bool) -> None:
+    write_journal(path)
+    store = JournalStore.open(path)
+    here = path.parent if whole_folder else path
+    assert not store.is_missing and not JournalStore.open(module.MEMORY).is_missing
+    away = here.rename(here.with_name("away"))
+    assert store.is_missing
+    store.next_term()
+    away.rename(here)
+    assert not store.is_missing
+    store.close()
+    assert read_entries(path)[-1].kind == "term", "SQLite has written to the moved file"
+
+
 def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:
     store = JournalStore.open(path)
     store.append_all([("state", {"n": 1})])
