@@ -31,6 +31,7 @@ stops with the group.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,14 @@ class GridTrainerMixin(_Trainer):
         made: torch.optim.Optimizer = super().create_optimizer(*given)
         if not isinstance(made, GridOptimizer):
             made = self.grid.optimizer(made, self.model, **self._grid_options)
-        self.optimizer = made
+        self.optimizer = self.grid_optimizer = made  # Trainer wraps its own later
         return made
+
+    def set_initial_training_values(self, *args: Any, **options: Any) -> Any:
+        """Return what Trainer does, but without a limit of epochs: the run ends the training loop, and a batch
+        that is dropped because this worker pauses does not count."""
+        _, *values = super().set_initial_training_values(*args, **options)
+        return sys.maxsize, *values
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
@@ -125,9 +132,10 @@ class GridTrainerMixin(_Trainer):
         return self._loader
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """Read the batches of a step as Trainer does; with weigh_by="tokens", the number of their tokens is
-        the weight of this worker's gradient."""
+        """Read the batches of a step as Trainer does, and end the training loop if there are none; with
+        weigh_by="tokens", the number of their tokens is the weight of this worker's gradient."""
         batches, count = super().get_batch_samples(*args, **options)
+        self.control.should_training_stop |= not batches
         if count is not None and self._grid_options.get("weigh_by") == "tokens":
             self.grid.weigh(count)
         return batches, count
@@ -151,7 +159,7 @@ class GridTrainer(GridTrainerMixin, Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Sets Trainer's step count, which starts at 0, to the run's; with `LocalSteps`, only at the start.
+    """Sets Trainer's step count, which starts at 0, to the run's; with `LocalSteps`, between two exchanges.
 
     It also ends the training loop when the run ends, lets only the first worker save, and reports the losses.
     """
@@ -163,11 +171,11 @@ class _StepCallback(TrainerCallback):
         self._follow_run(state)
 
     def _follow_run(self, state: Any) -> None:
-        """Add the steps that this worker did not take to Trainer's step counts, including the count at the
-        last log, so that Trainer does not average its losses over them."""
-        trainer, calls = self._trainer, self._trainer.grid.calls_per_step
-        if calls == 1 or not state.global_step:
-            missed = trainer.grid.step * calls - state.global_step
+        """Add the steps that this worker did not take, and subtract those that the group dropped, also in the
+        count at the last log, so that Trainer does not average its losses over them."""
+        trainer = self._trainer
+        if not trainer.grid_optimizer.local_calls:
+            missed = trainer.grid.step * trainer.grid.calls_per_step - state.global_step
             state.global_step += missed
             trainer._globalstep_last_logged += missed
             initial = getattr(trainer, "_initial_global_step", 0)  # transformers 4 has none
@@ -185,10 +193,6 @@ class _StepCallback(TrainerCallback):
         self._trainer.grid.report(
             **{name: figures[name] for name in ("loss", "eval_loss") if name in figures}
         )
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._trainer.grid.finished:
-            control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.finish()

@@ -14,6 +14,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.client.agent_link import AgentDirective, NoAgent
 from gridtrain.sdk.local_group import LocalGroup
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-adapters")
@@ -92,6 +93,51 @@ def test_a_worker_that_joins_a_begun_run_logs_the_mean_of_its_own_losses(every: 
     means = {6: sum(losses[:2]) / 2, 8: sum(losses[2:]) / 2}
     assert logged == pytest.approx(means, rel=1e-3)
     assert train_loss == pytest.approx(sum(losses) / 4, rel=1e-3)
+
+
+class PauseInStep(NoAgent):
+    """Requests a pause while the worker waits in a step, so that its batch is dropped; ends it afterwards."""
+
+    waits: pytest.MonkeyPatch | None = None
+
+    def begin(self, grid) -> None:
+        self.waits = pytest.MonkeyPatch()
+        self.waits.setattr(grid._session, "_can_begin", lambda _: False)
+        self.directive = AgentDirective(run=False, reason="its owner said so")
+
+    def report(self, **state) -> None:
+        super().report(**state)
+        if state["state"] == "paused":
+            self.waits.undo()
+            self.directive = AgentDirective()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_dropped_batch_does_not_end_training_before_the_run(every: int, tmp_path: Path) -> None:
+    owner = PauseInStep()
+
+    class Pausing(Recording):
+        def training_step(self, *args, **options):
+            if self.grid.step * every == 4 and owner.waits is None and len(self.seen) % every == every - 1:
+                owner.begin(self.grid)
+            return super().training_step(*args, **options)
+
+    exchange = gridtrain.LocalSteps(every=2, exchange=gridtrain.Dense()) if every > 1 else gridtrain.Dense()
+    with LocalGroup(min_workers=1) as group, group.join("anna", owner=owner) as grid:
+        model = Line()
+        trainer = Pausing(
+            grid=grid,
+            grid_options={"exchange": exchange},
+            model=model,
+            args=arguments(tmp_path),
+            train_dataset=samples(),
+            optimizers=(torch.optim.SGD(model.parameters(), lr=0.01), None),
+        )
+        trainer.seen = []
+        trainer.train()
+        assert grid.finished and grid.step * every == trainer.state.global_step == STEPS
+    computed = [*range(4), *range(4, 4 + every), *range(4, STEPS)]
+    assert [step for _, step, _ in trainer.seen] == computed
 
 
 def test_a_checkpoint_of_trainer_is_refused(tmp_path: Path) -> None:
