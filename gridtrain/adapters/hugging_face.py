@@ -96,7 +96,7 @@ class GridTrainerMixin(_Trainer):
         return made
 
     def set_initial_training_values(self, *args: Any, **options: Any) -> Any:
-        """Return what Trainer does, but without a limit of epochs: the run ends the training loop, and a batch
+        """Return what Trainer does, but with no limit on epochs: the run ends the training loop, and a batch
         that is dropped because this worker pauses does not count."""
         _, *values = super().set_initial_training_values(*args, **options)
         return sys.maxsize, *values
