@@ -6,7 +6,6 @@ shown only to the volunteer, and never sent.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +34,9 @@ class ContributionStats:
         self._is_reported = False
         if (found := Contribution.read(self.path)) is not None:  # the latest agent was killed
             self._before = add_contributions(self._before, found)
-        self._counted = found  # of an earlier script; a disk that is full or read-only may keep its file
+        self._counted = found  # of an earlier script whose file is still there
         if found is None or self._before.write(self._total_file):
-            self._remove_file()
+            self._remove_file(found)
 
     @property
     def is_empty(self) -> bool:
@@ -75,8 +74,8 @@ class ContributionStats:
         self._finished = add_contributions(self._finished, found) if found is not None else self._finished
         if not self.is_empty:
             add_contributions(self._before, self._finished).write(self._total_file)
-        self._counted, self._current = found or self._counted, None
-        self._remove_file()
+        self._current = None
+        self._remove_file(found or self._counted)
         return found is not None and found.steps > 0
 
     def _read(self) -> Contribution | None:
@@ -84,9 +83,14 @@ class ContributionStats:
         found = Contribution.read(self.path)
         return None if found == self._counted else found
 
-    def _remove_file(self) -> None:
-        with contextlib.suppress(OSError):  # training does not depend on it
+    def _remove_file(self, counted: Contribution | None) -> None:
+        """Remove the file, whose figures are `counted`; a disk that is full or read-only may keep it."""
+        try:
             self.path.unlink(missing_ok=True)
+            counted = None
+        except OSError:  # training does not depend on it
+            pass
+        self._counted = counted
 
     def finish(self) -> None:
         """Show the contributions since the agent started, if any; do so only once."""
