@@ -477,7 +477,7 @@ class Deadlines:
     report_s: float = 2.0  # time for the answers to a Freeze
     regather_s: float = 60.0  # shortest wait for members if none is connected
     ready_s: float = 20.0  # (+) time to execute a verdict, receive the state and connect the links
-    settle_s: float = 0.3  # wait for further joins, so that workers that join at the same time start together
+    settle_s: float = 0.3  # wait for joins, or reports of missing connections, at about the same time
     reach_s: float = 3.0  # time for the coordinator to dial back and find out whether a worker can be reached
     route_s: float = 8.0  # time to connect a link, or half of it to restore a lost link, before it is relayed
     probe_s: float = 2.0  # time to measure the links to the other workers; see also `MEMBER_PROBE_S`

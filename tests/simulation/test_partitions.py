@@ -76,6 +76,25 @@ def test_a_newcomer_that_reaches_no_member_catches_up_over_a_relay(seed: int) ->
     group.check(world, book)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_members_that_cannot_reach_a_newcomer_report_it_in_one_generation(seed: int) -> None:
+    """Once the first report ended the wait of the others, so that each generation had one more relay; the
+    eight members made more than ten, in which nobody trained, and one was dismissed."""
+    world, _ = group.build(
+        seed, "direct", 8, samples=4000, compute_s=(0.05, 0.06), behind_nat=0.0, can_catch_up=False
+    )
+    while len(world.log.commits) < 16:
+        world.run(world.now_s + 0.01)
+    members, joined_s = list(world.workers.values()), world.now_s
+    newcomer = world.join()
+    for member in members:
+        world.block_link(newcomer.peer, member.peer, 1e9)
+    while newcomer.core.next_round is None:
+        world.run(world.now_s + 0.01)
+        assert world.now_s < joined_s + 10.0, "each direction, and a relay; `route_s` is 2 s here"
+    assert generations(members) == {4} and not world.log.refused
+
+
 def test_workers_do_not_obey_a_replaced_coordinator_and_it_raises_no_term() -> None:
     world, book = running(3)
     world.fail_over_coordinator()

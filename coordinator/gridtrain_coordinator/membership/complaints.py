@@ -69,7 +69,8 @@ class Complaints:
         names = ", ".join(run.workers.display_name(peer) for peer in others)
         reason = f"{worker.name} cannot reach {names} as planned"
         if run.view_change.is_forming:
-            run.view_change.mark_unrouted(reason)
+            # Other members report at about the same time; each report saves a generation.
+            run.view_change.mark_unrouted(reason, now_s + run.limits.settle_s)
         elif not run.view_change.is_freezing:
             run.view_change.request(reason)
         return effects

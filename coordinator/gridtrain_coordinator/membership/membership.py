@@ -468,7 +468,7 @@ class Membership:
         if delayed_s is not None:
             times.append(delayed_s)
         if view_change.is_forming and view_change.unrouted_reason:
-            times.append(self._readiness.state_transfer_deadline_s())
+            times.append(self._readiness.replacement_due_s())
         if run.is_finished:
             return min(times)
         times.append(self._member_recovery.deadline_s)

@@ -95,7 +95,7 @@ class Readiness:
         for peer in wrong:
             effects += self._departures.remove_lost(peer, "is ready with a different history of updates")
         late = [peer for peer in run.present_members if peer not in histories]
-        if late and view_change.unrouted_reason and now_s >= self.state_transfer_deadline_s():
+        if late and view_change.unrouted_reason and now_s >= self.replacement_due_s():
             view_change.request(view_change.unrouted_reason)
             view_change.reset()
             return effects
@@ -320,15 +320,17 @@ class Readiness:
         run.view_change.reset()
         return effects
 
-    def state_transfer_deadline_s(self) -> float:
-        """Return the time until which a state transfer is considered to be in progress.
+    def replacement_due_s(self) -> float:
+        """Return the time from which a generation whose members cannot connect may be replaced.
 
-        Another generation would restart the transfer.
+        While a state transfer is considered to be in progress, it is not, because another generation would
+        restart the transfer.
         """
         run = self._run
         awaited = [run.workers[p] for p in run.present_members if p not in run.view_change.ready_histories]
         deadlines_s = [worker.state_progress.deadline_s(run.limits.ready_s) for worker in awaited]
-        return min(max(deadlines_s, default=-math.inf), self._forming_limit_s)
+        transfer_s = min(max(deadlines_s, default=-math.inf), self._forming_limit_s)
+        return max(transfer_s, run.view_change.unrouted_s)
 
 
 def max_forming_s(receivers: int, parameters: int | None, rate_Bps: float | None) -> float:

@@ -31,6 +31,7 @@ class ViewChange:
         can_wait: whether the members train until they are frozen, which leaves time to search for a plan.
         unrouted_reason: the reason for replacing the forming generation, unless its members connect after
             all.
+        unrouted_s: the time from which it may be replaced.
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
             installed none.
         freeze_reports: the members' `FreezeReport` messages.
@@ -44,7 +45,7 @@ class ViewChange:
         self.deadline_s = math.inf
         self.reason = ""
         self.can_wait = False
-        self.unrouted_reason = ""
+        self.unrouted_reason, self.unrouted_s = "", -math.inf
         self.last_installed_s = -math.inf
         self.is_started = True
         self.freeze_reports: dict[m.PeerId, m.FreezeReport] = {}
@@ -80,7 +81,7 @@ class ViewChange:
     def begin_forming(self, deadline_s: float, now_s: float) -> str:
         """Wait for the members of an installed generation; return the reason for the generation."""
         self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, deadline_s, now_s
-        self.unrouted_reason = ""
+        self.unrouted_reason, self.unrouted_s = "", -math.inf
         self.is_started = False
         self.ready_histories.clear()
         reason, self.reason = self.reason, ""
@@ -114,9 +115,14 @@ class ViewChange:
         """Withdraw the request for another generation."""
         self.reason = ""
 
-    def mark_unrouted(self, reason: str) -> None:
-        """Record that members of the forming generation cannot connect; the first reason is kept."""
-        self.unrouted_reason = self.unrouted_reason or reason
+    def mark_unrouted(self, reason: str, from_s: float) -> None:
+        """Record that members of the forming generation cannot connect; the first call counts.
+
+        Args:
+            from_s: the time from which the generation may be replaced.
+        """
+        if not self.unrouted_reason:
+            self.unrouted_reason, self.unrouted_s = reason, from_s
 
     # -- deadline ----------------------------------------------------------------------------------
 

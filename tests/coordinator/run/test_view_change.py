@@ -19,11 +19,12 @@ def test_the_first_reason_stays_until_a_generation_is_installed() -> None:
     change.request("c joined")
     assert change.reason == "b joined"
     change.replace_reason("b sends nothing")
-    change.mark_unrouted("a cannot reach b")
-    change.mark_unrouted("b cannot reach a")
+    change.mark_unrouted("a cannot reach b", 3.0)
+    change.mark_unrouted("b cannot reach a", 4.0)
     assert (change.reason, change.unrouted_reason) == ("b sends nothing", "a cannot reach b")
+    assert change.unrouted_s == 3.0
     assert change.begin_forming(9.0, 5.0) == "b sends nothing"
-    assert (change.reason, change.unrouted_reason) == ("", "")
+    assert (change.reason, change.unrouted_reason, change.unrouted_s) == ("", "", -math.inf)
     change.request("c joined")
     change.withdraw()
     assert change.reason == ""
