@@ -148,8 +148,8 @@ class GroupMeans:
 
         Raises `ConfigError` after `MAX_LONE_CALLS` such calls in a row, unless more than half of the workers
         have made the latest one: a worker with a different script must not end the run of the others.  Only
-        rank 0 raises it, because the others know only from rank 0 which workers have not made
-        the call.
+        rank 0 raises it, because the others know only from rank 0 which workers have not made the
+        call.
         """
         count = self._lone_calls.get(answer.index, 0) + 1 if answer.missing else 0
         self._lone_calls[answer.index] = count

@@ -112,13 +112,13 @@ def as_one(optimizer: Any) -> Any:
     Adam and AdamW of torch before 2.7 get the field that later versions have, so that the settings of workers
     with different versions are equal.
     """
-    if not isinstance(optimizer, list | tuple):
-        _add_recent_fields(optimizer)
+    is_list = isinstance(optimizer, list | tuple)
+    for each in optimizer if is_list else (optimizer,):
+        _add_recent_fields(each)
+    if not is_list:
         return optimizer
     joint = JointOptimizer(optimizer)
     joint.state_dict()  # raises for a state that it cannot contain
-    for each in optimizer:
-        _add_recent_fields(each)
     return joint if len(optimizer) > 1 else optimizer[0]
 
 

@@ -314,7 +314,11 @@ def test_before_the_first_step_a_definition_without_workers_is_replaced(
     run.say(B, m.Join("r", "b", ""))
     effects = run.say(B, OTHER)
     (refused,) = sent(effects, m.Refused)
-    how = "load it in a run with" if has_left == "after it" else "setup of a is the wrong one, stop or"
+    how = (
+        "load it in a run with another name in run.toml"
+        if has_left == "after it"
+        else "setup of a is the wrong one, stop or"
+    )
     assert how in refused.remedy
     run.say(A, m.Leave("its script failed"))
     restarted = ScriptedCoordinator(journal=list(run.journal), term=2)
